@@ -38,7 +38,7 @@ class FoldsAndStrands(torch.nn.Module):
 
 def main(out: str) -> None:
     folds = [cheri_export.load(HERE / "example_9x128.torch") for _ in range(2)]
-    folds[1].linear.bias += 0.1  # stands for a second fold: another set of weights
+    folds[1].linear.bias += 0.1  # stands for a second fold; its other weights equal the first's
     module = FoldsAndStrands(folds).eval()
 
     # torch's own exporter with our table, then finish_onnx, which attaches the function bodies.

@@ -18,7 +18,6 @@ from cheri_export.spec import (
     CONTROL,
     DOMAIN,
     LOG_COUNTS,
-    OP_TYPES,
     OPSETS,
     PROFILE_LOGITS,
     SEQUENCE,
@@ -127,22 +126,28 @@ def _parameters(program: torch.onnx.ONNXProgram) -> dict[str, torch.Tensor]:
     return {name: t for name, t in exported.state_dict.items() if isinstance(t, torch.Tensor)}
 
 
-def _restore_merged(model: ir.Model, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Give weights that the exporter's optimizer merged their own initializers again."""
-    graph = model.graph
+def _restore_merged(program: torch.onnx.ONNXProgram, parameters: dict[str, torch.Tensor]) -> None:
+    """Give weights that the exporter's optimizer merged their own initializers again.
+
+    While the ops were translated, weights went by the names of the traced graph's inputs; its
+    signature says which parameter each of those is.
+    """
+    exported, graph = program.exported_program, program.model.graph
+    assert exported is not None
+    signature = exported.graph_signature
+    parameter_of = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     for node in graph:
-        names = node.attributes.pop(WEIGHT_NAMES, None)
-        if names is None:
+        traced = node.attributes.pop(WEIGHT_NAMES, None)
+        if traced is None:
             continue
-        for index, name in enumerate(names.as_string().split("|")):
-            value = node.inputs[index]
-            if name not in parameters or value is None or value.name == name:
+        for index, placeholder in enumerate(traced.as_string().split("|")):
+            name, value = parameter_of.get(placeholder), node.inputs[index]
+            if name is None or value is None or value.name == name:
                 continue
             if name not in graph.initializers:
-                tensor = parameters[name].detach().cpu().contiguous()
-                constant = _ir_tensor(tensor, name)
+                constant = _ir_tensor(parameters[name].detach().cpu().contiguous(), name)
                 fresh = ir.Value(name=name, const_value=constant)
-                fresh.dtype, fresh.shape = constant.dtype, ir.Shape(tensor.shape)
+                fresh.dtype, fresh.shape = constant.dtype, ir.Shape(parameters[name].shape)
                 graph.register_initializer(fresh)
             node.replace_input_with(index, graph.initializers[name])
 
@@ -184,7 +189,7 @@ def finish_onnx(
 
     model = program.model
     parameters = _parameters(program)
-    _restore_merged(model, parameters)
+    _restore_merged(program, parameters)
     common.RemoveUnusedNodesPass()(model)
     for value in list(model.graph.initializers.values()):
         assert value.name is not None
@@ -205,7 +210,7 @@ def finish_onnx(
     proto.producer_name = "cheri-export"
     proto.ClearField("producer_version")
     onnx.helper.set_model_props(proto, dict(metadata or {}))
-    _assert_own_initializers(proto, {_disk_name(name) for name in parameters})
+    _assert_own_initializers(proto, {_disk_name(name) for name in _used_parameters(program)})
     onnx.checker.check_model(proto, full_check=False)
     return proto
 
@@ -221,29 +226,32 @@ def _strip_notes(proto: onnx.ModelProto) -> None:
     graph.name = "cherimoya"
 
 
-def _assert_own_initializers(proto: onnx.ModelProto, parameters: set[str]) -> None:
+def _used_parameters(program: torch.onnx.ONNXProgram) -> set[str]:
+    """Parameters that one of our ops reads in the traced graph, which nothing has merged yet."""
+    exported = program.exported_program
+    assert exported is not None
+    parameter_of = exported.graph_signature.inputs_to_parameters
+    ours = {getattr(torch.ops.cheri, name).default for name in ("stem", "block", "head")}
+    return {
+        parameter_of[argument.name]
+        for node in exported.graph.nodes
+        if node.op == "call_function" and node.target in ours
+        for argument in node.all_input_nodes
+        if argument.name in parameter_of
+    }
+
+
+def _assert_own_initializers(proto: onnx.ModelProto, used: set[str]) -> None:
     """Refuse a file in which two weights share an initializer or one lost its name."""
-    initializers = {i.name for i in proto.graph.initializer}
-    produced = {name for node in proto.graph.node for name in node.output}
-    inputs = {i.name for i in proto.graph.input}
-    seen: set[str] = set()
-    for node in proto.graph.node:
-        if node.domain != DOMAIN or node.op_type not in OP_TYPES:
-            continue
-        for name in node.input:
-            if name in produced or name in inputs:
-                continue
-            if name not in initializers or name not in parameters:
-                raise RuntimeError(
-                    f"{node.op_type} {node.name!r} reads {name!r}, which is no parameter of the "
-                    "module: its weights could not be swapped by name"
-                )
-            seen.add(name)
-    for name in initializers & parameters:
-        # A parameter that only standard operators read may be folded; one of ours may not.
-        seen.discard(name)
-    if seen:
-        raise RuntimeError(f"weights without an initializer of their own: {sorted(seen)}")
+    initializers = [i.name for i in proto.graph.initializer]
+    read = {
+        name for node in proto.graph.node if node.domain == DOMAIN for name in node.input
+    } & set(initializers)
+    if len(initializers) != len(set(initializers)) or not used <= read:
+        lost = sorted(used - read)
+        raise RuntimeError(
+            f"the exporter merged or renamed weights, so they could not be swapped by name: {lost}"
+        )
 
 
 def node_counts(model: onnx.ModelProto) -> dict[str, int]:

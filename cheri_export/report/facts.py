@@ -39,7 +39,9 @@ def scope(report: dict[str, Any], arrays: ReportArrays) -> dict[str, list[str]]:
         f"Every value: {n_profile:,} profile logits and {n_counts:,} log counts per runner, each "
         f"against the {report['accuracy']['judge']}.",
         f"Inputs of {_join(lengths)} bases, in batches of {_join(batches)}.",
-        "No value is NaN or infinite." if not nonfinite else f"{nonfinite:,} NaN or infinite values.",
+        "No value is NaN or infinite."
+        if not nonfinite
+        else f"{nonfinite:,} NaN or infinite values.",
     ]
     if any(case["batch"] > 1 for case in random):
         checked.append("Random sequences, some with stretches of unknown bases (N).")
@@ -90,8 +92,8 @@ def load_snippet(report: dict[str, Any]) -> str:
         f'session = ort.InferenceSession("{report["export"]["file"]}", '
         'providers=["CPUExecutionProvider"])',
         "",
-        f'dna = "ACGT" * {length // 4}' + (f' + "{"ACGT"[: length % 4]}"' if length % 4 else ""),
         f"# your sequence, at least {model['min_length']} bases",
+        f'dna = "ACGT" * {length // 4}' + (f' + "{"ACGT"[: length % 4]}"' if length % 4 else ""),
         f"{SEQUENCE} = np.zeros((1, 4, len(dna)), dtype=np.float32)",
         'for row, base in enumerate("ACGT"):',
         f"    {SEQUENCE}[0, row] = [letter == base for letter in dna.upper()]",
@@ -120,7 +122,7 @@ def load_snippet(report: dict[str, Any]) -> str:
             "    p = np.exp(logits - logits.max(axis=(1, 2), keepdims=True))",
             "    p /= p.sum(axis=(1, 2), keepdims=True)",
             f"    reads = p * np.expm1({LOG_COUNTS}[:, group, None, None])",
-            "    print(f\"group {group + 1}: {reads.sum():.1f} reads, shape {reads.shape}\")",
+            '    print(f"group {group + 1}: {reads.sum():.1f} reads, shape {reads.shape}")',
             "    first += channels",
         ]
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import resources
 from typing import Any
 
@@ -37,8 +38,12 @@ def render_html(report: dict[str, Any], arrays: ReportArrays) -> str:
         HTML. Every text from outside is escaped.
     """
     report, _ = sanitise(report)
-    runners = [run["runner"] for run in report["accuracy"]["cases"][0]["runs"]]
-    exported = next((r for r in runners if r != REFERENCE_RUNNER), runners[0])
+    # The exported file first, wherever runners are listed or coloured.
+    for case in report["accuracy"]["cases"]:
+        case["runs"].sort(key=lambda run: run["runner"] == REFERENCE_RUNNER)
+    errors = dict(sorted(arrays.errors.items(), key=lambda item: item[0] == REFERENCE_RUNNER))
+    arrays = dataclasses.replace(arrays, errors=errors)
+    exported = report["accuracy"]["cases"][0]["runs"][0]["runner"]
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_read),
         autoescape=True,
@@ -55,8 +60,9 @@ def render_html(report: dict[str, Any], arrays: ReportArrays) -> str:
         output_names=OUTPUT_NAMES,
         exported=exported,
         cards=_cards(report, exported),
-        n_runs=len(runners),
+        compared_with=REFERENCE_RUNNER if REFERENCE_RUNNER in errors else None,
         rule=_rule,
+        short_rule=_short_rule,
         profile=_profile(arrays),
         histogram=_histogram(report, arrays),
         scope=scope(report, arrays),
@@ -67,11 +73,13 @@ def render_html(report: dict[str, Any], arrays: ReportArrays) -> str:
 
 
 def number(value: float | None) -> str:
-    """A number with few digits, or words where there is none."""
+    """A number with two or three digits, or words where there is none."""
     if value is None:
         return "not finite"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if abs(value) >= 1000 and abs(value) < 1e6:
+        return f"{value:,.0f}"
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.2g}" if abs(value) < 1 else f"{value:.3g}"
     return f"{value:.1e}"
 
 
@@ -135,7 +143,16 @@ def _rule(row: dict[str, Any]) -> str:
         return "the tier's figure"
     if row["rule"] == "scaled figure":
         return f"the tier's figure, {number(row['figure'])}, scaled to this output's spread"
-    return f"3 × {number(row['floor'])}, the error that this tier cannot avoid here"
+    return f"three times {number(row['floor'])}, the error that this tier cannot avoid here"
+
+
+def _short_rule(row: dict[str, Any]) -> str:
+    """The same for a narrow column."""
+    if row["rule"] == "figure":
+        return "figure"
+    if row["rule"] == "scaled figure":
+        return "figure, scaled"
+    return f"3 x floor {number(row['floor'])}"
 
 
 def _profile(arrays: ReportArrays) -> dict[str, Any]:
@@ -147,22 +164,28 @@ def _profile(arrays: ReportArrays) -> dict[str, Any]:
     example = f"example {arrays.example_index + 1} of “{arrays.case_id}”"
     sentences = [f"The example with the largest profile error: {example}."]
     if unit.startswith("expected"):
-        totals = [
-            np.expm1(counts).sum()
+        by_reference, by_export = (
+            float(np.expm1(counts.astype(np.float64)).sum())
             for counts in (arrays.reference_log_counts, arrays.predicted_log_counts)
-        ]
+        )
+        form = ",.2f" if max(abs(by_reference), abs(by_export)) < 1e6 else ".4g"
         sentences.append(
-            f"Expected reads in the window: {totals[0]:,.2f} by the reference, {totals[1]:,.2f} by "
-            "the exported model."
+            f"Expected reads in the window: {by_reference:{form}} by the reference, "
+            f"{by_export:{form}} by the exported model."
         )
     if finite.size:
-        where = number(float(finite.max()))
-        sentences.append(f"The two curves differ by at most {where} ({unit}).")
+        largest = number(float(finite.max()))
+        sentences.append(
+            f"The curves differ by at most {largest} {unit.removesuffix(' per base')} at any base."
+        )
     missing = int(difference.size - finite.size)
     if missing:
         sentences.append(f"{missing:,} positions have no finite value and are left out.")
     if len(reference) > plots.MAX_CHANNELS:
         sentences.append(f"Drawn: the first {plots.MAX_CHANNELS} of {len(reference)} channels.")
+    step = plots.thinning(reference.shape[1])
+    if step > 1:
+        sentences.append(f"Each point is the largest of {step} neighbouring bases.")
     caption = " ".join(sentences)
     return {
         "unit": unit,
@@ -182,18 +205,21 @@ def _histogram(report: dict[str, Any], arrays: ReportArrays) -> dict[str, Any]:
         )
         for output in OUTPUT_NAMES
     }
-    notes = []
+    sentences = []
     for runner, by_output in arrays.errors.items():
+        parts = []
         for output, errors in by_output.items():
             zero = int((errors == 0).sum())
             broken = int(errors.size - np.isfinite(errors).sum())
-            found = [f"{errors.size:,} values"]
-            found += [f"{zero:,} exactly equal"] if zero else []
-            found += [f"{broken:,} NaN or infinite"] if broken else []
-            notes.append(f"{runner}, {OUTPUT_NAMES[output].lower()}: {', '.join(found)}")
-    label = "Histogram of absolute errors on a logarithmic axis. " + "; ".join(notes) + "."
+            left_out = [f"{zero:,} exactly equal"] if zero else []
+            left_out += [f"{broken:,} NaN or infinite"] if broken else []
+            note = f" ({' and '.join(left_out)}, not drawn)" if left_out else ""
+            parts.append(f"{errors.size:,} {OUTPUT_NAMES[output].lower()}{note}")
+        sentences.append(f"{runner}: {', '.join(parts)}.")
+    caption = " ".join(sentences)
+    label = "Histogram of absolute errors on a logarithmic axis. " + caption
     return {
-        "notes": notes,
+        "caption": caption,
         "wide": Markup(plots.error_figure(arrays.errors, limits, plots.WIDE, label)),
         "narrow": Markup(plots.error_figure(arrays.errors, limits, plots.NARROW, label)),
     }

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import html
 import io
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import matplotlib
 import numpy as np
+import numpy.typing as npt
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from cheri_export.report.record import Array, ReportArrays
@@ -23,6 +26,9 @@ be too small to read."""
 
 MAX_CHANNELS = 4
 """Profile channels drawn; a model with more gets its first ones."""
+
+MAX_POINTS = 2500
+"""Positions drawn; of longer profiles, the largest value of every few neighbours."""
 
 # Drawn in these colours, then replaced by CSS so that the page's light and dark themes apply.
 _INK, _FAINT = "#010101", "#020202"
@@ -55,21 +61,28 @@ def expected_profiles(arrays: ReportArrays) -> tuple[Array, Array, str]:
         ``expected reads per base`` or ``probability per base``.
     """
     groups = arrays.signal_groups
-    log_counts = (arrays.reference_log_counts, arrays.predicted_log_counts)
-    counted = all(len(c) == len(groups) and np.isfinite(c).all() for c in log_counts)
-    profiles = []
-    for logits, counts in zip(
-        (arrays.reference_profile, arrays.predicted_profile), log_counts, strict=True
-    ):
-        out = np.full(logits.shape, np.nan)
-        first = 0
-        for g, channels in enumerate(groups):
-            rows = slice(first, first + channels)
-            first += channels
-            out[rows] = _softmax(logits[rows])
+    logits = [
+        np.where(np.isfinite(values), values, np.nan).astype(np.float64)
+        for values in (arrays.reference_profile, arrays.predicted_profile)
+    ]
+    with np.errstate(over="ignore"):
+        reads = [
+            np.expm1(values.astype(np.float64))
+            for values in (arrays.reference_log_counts, arrays.predicted_log_counts)
+        ]
+    counted = all(len(n) == len(groups) and np.isfinite(n).all() for n in reads)
+    # Both share out their reads among the same positions, or one NaN would shift every other
+    # position of its curve.
+    shared = np.isfinite(logits[0]) & np.isfinite(logits[1])
+    profiles = [np.full(values.shape, np.nan) for values in logits]
+    first = 0
+    for g, channels in enumerate(groups):
+        rows = slice(first, first + channels)
+        first += channels
+        for profile, values, n in zip(profiles, logits, reads, strict=True):
+            profile[rows] = _softmax(values[rows], shared[rows])
             if counted:
-                out[rows] *= np.expm1(np.float64(counts[g]))
-        profiles.append(out)
+                profile[rows] *= n[g]
     unit = "expected reads per base" if counted else "probability per base"
     return profiles[0], profiles[1], unit
 
@@ -99,17 +112,17 @@ def profile_figure(arrays: ReportArrays, width: float, label: str) -> str:
         axes = figure.subplots(
             2 * drawn, 1, sharex=True, squeeze=False, height_ratios=[3, 1.15] * drawn
         )[:, 0]
-        positions = np.arange(reference.shape[1])
+        step = thinning(reference.shape[1])
+        positions = np.arange(0, reference.shape[1], step)
         for channel in range(drawn):
             top, bottom = axes[2 * channel], axes[2 * channel + 1]
+            expected, given = reference[channel], predicted[channel]
             top.plot(
-                positions, reference[channel], color=_REFERENCE, lw=3.2, label="float64 reference"
-            )
-            top.plot(
-                positions, predicted[channel], color=_EXPORTED, lw=0.9, label="exported model"
-            )
-            with np.errstate(invalid="ignore"):
-                difference = predicted[channel] - reference[channel]
+                positions, _thin(expected, step), color=_REFERENCE, lw=3.2,
+                label="float64 reference",
+            )  # fmt: skip
+            top.plot(positions, _thin(given, step), color=_EXPORTED, lw=0.9, label="exported model")
+            difference = _thin(given - expected, step)
             bottom.axhline(0, color=_FAINT, lw=0.8)
             bottom.plot(positions, difference, color=_DIFFERENCE, lw=0.8)
             if not np.isfinite(difference).any():
@@ -129,15 +142,16 @@ def profile_figure(arrays: ReportArrays, width: float, label: str) -> str:
             top.yaxis.set_major_locator(MaxNLocator(4))
             top.yaxis.set_major_formatter(FuncFormatter(_short))
             top.margins(x=0)
-        axes[0].legend(
-            loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, borderaxespad=0.1,
-            handlelength=1.4, columnspacing=1.2,
-        )  # fmt: skip
+            bottom.margins(x=0)
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside upper left", ncols=2, frameon=False, handlelength=1.4
+        )
         axes[-1].set_xlabel("position in the output window (bases)")
         axes[-1].xaxis.set_major_locator(MaxNLocator(4 if narrow else 8, integer=True))
         figure.align_ylabels()
 
-    return _svg(draw, width, 0.5 + 2.75 * drawn, f"profile-{width:g}".replace(".", "-"), label)
+    return _svg(draw, width, 0.7 + 2.75 * drawn, f"profile-{width:g}".replace(".", "-"), label)
 
 
 def error_figure(
@@ -166,6 +180,7 @@ def error_figure(
     """
     outputs = (PROFILE_LOGITS, LOG_COUNTS)
     narrow = width < 5
+    limit_style: dict[str, Any] = {"color": _LIMIT, "lw": 1.4, "ls": (0, (4, 2))}
 
     def draw(figure: Figure) -> None:
         shape = (2, 1) if narrow else (1, 2)
@@ -177,14 +192,12 @@ def error_figure(
             low, high = np.floor(every.min()), np.ceil(every.max() + 0.2)
             # Ten bars to a decade for many values, fewer where there are few.
             per_decade = 10 if max(map(len, logs.values())) >= 1000 else 4
-            bins = np.linspace(low, high, int(round(high - low)) * per_decade + 1)
-            for i, (runner, values) in enumerate(logs.items()):
-                if len(values) == 0:
-                    continue
-                style: dict[str, Any] = {"color": _RUNNERS[i % len(_RUNNERS)], "lw": 1.4}
-                shares = np.full(len(values), 100 / len(values))
-                ax.hist(values, bins, weights=shares, histtype="step", label=_plain(runner), **style)
-            ax.axvline(limit, color=_LIMIT, lw=1.4, ls=(0, (4, 2)), label="limit")
+            bins = np.linspace(low, high, round(high - low) * per_decade + 1)
+            for color, values in zip(itertools.cycle(_RUNNERS), logs.values()):
+                if len(values):
+                    shares = np.full(len(values), 100 / len(values))
+                    ax.hist(values, bins, weights=shares, histtype="step", color=color, lw=1.4)
+            ax.axvline(limit, **limit_style)
             ax.set_title(_TITLES[output], loc="left")
             ax.set_xlabel("absolute error (natural log)")
             ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -192,23 +205,41 @@ def error_figure(
             ax.set_xlim(low, high)
         for ax in axes[: 2 if narrow else 1]:
             ax.set_ylabel("share of values (%)")
-        handles, labels = axes[0].get_legend_handles_labels()
+        handles = [
+            Line2D([], [], color=color, lw=1.4, label=_plain(runner))
+            for color, runner in zip(itertools.cycle(_RUNNERS), errors)
+        ]
+        handles.append(Line2D([], [], label="limit", **limit_style))
         figure.legend(
-            handles, labels, loc="outside upper left", ncols=1 if narrow else len(labels),
-            frameon=False, handlelength=1.4,
+            handles=handles, loc="outside upper left", ncols=1 if narrow else len(handles),
+            frameon=False, handlelength=2,
         )  # fmt: skip
 
     name = f"errors-{width:g}".replace(".", "-")
     return _svg(draw, width, 5.2 if narrow else 2.9, name, label)
 
 
-def _softmax(logits: Array) -> Array:
-    """Softmax over all finite entries together; NaN elsewhere."""
-    wide = np.where(np.isfinite(logits), logits, np.nan).astype(np.float64)
-    if np.isnan(wide).all():
-        return wide
-    weights = np.exp(wide - np.nanmax(wide))
-    return np.asarray(weights / np.nansum(weights))
+def thinning(length: int) -> int:
+    """Neighbouring positions that share one drawn point."""
+    return -(-length // MAX_POINTS)
+
+
+def _thin(values: Array, step: int) -> Array:
+    """The value of largest magnitude of every `step` neighbours; NaN where all are."""
+    if step == 1:
+        return values
+    padded = np.pad(values, (0, -len(values) % step), constant_values=np.nan).reshape(-1, step)
+    largest = np.where(np.isnan(padded), -1.0, np.abs(padded)).argmax(1)
+    return np.asarray(padded[np.arange(len(padded)), largest])
+
+
+def _softmax(logits: Array, counted: npt.NDArray[np.bool_]) -> Array:
+    """Softmax over all `counted` entries together; the others are put on the same scale."""
+    if not counted.any():
+        return np.full(logits.shape, np.nan)
+    with np.errstate(over="ignore"):
+        weights = np.exp(logits - logits[counted].max())
+    return np.asarray(weights / weights[counted].sum())
 
 
 def _channel_name(groups: tuple[int, ...], channel: int) -> str:
@@ -245,9 +276,7 @@ def _plain(text: str) -> str:
     return text.replace("$", r"\$").lstrip("_")
 
 
-def _svg(
-    draw: Callable[[Figure], None], width: float, height: float, name: str, label: str
-) -> str:
+def _svg(draw: Callable[[Figure], None], width: float, height: float, name: str, label: str) -> str:
     """Run `draw` on a fresh figure and return SVG that can stand in a page with others.
 
     matplotlib's settings are put back afterwards; the user's own style does not leak in.
@@ -295,12 +324,16 @@ def _embed(svg: str, name: str, label: str) -> str:
     # Ids are global in a page, and every matplotlib figure has an "axes_1".
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
+    # A hundredth of a point is enough, and halves the page.
+    svg = re.sub(r"(\d\.\d\d)\d+", r"\1", svg)
     for drawn, css in _CSS.items():
         svg = svg.replace(drawn, css)
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font: (?:bold|700) ([\d.]+px) [^;\"]*", r"font-weight: 600; font-size: \1", svg)
     view = re.search(r'viewBox="[^"]+"', svg)
     assert view is not None
-    start = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {view[0]}'
-    start += f' role="img" aria-label="{html.escape(label)}">'
+    start = (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'{view[0]} role="img" aria-label="{html.escape(label)}">'
+    )
     return start + svg[svg.index(">") + 1 :].rstrip()
