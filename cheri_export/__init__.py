@@ -20,6 +20,7 @@ _PUBLIC = {
     "ExportOptions": "cheri_export.pipeline",
     "ExportResult": "cheri_export.pipeline",
     "ModelSpec": "cheri_export.spec",
+    "attribution_ops": "cheri_export.attribution",
     "export": "cheri_export.pipeline",
     "export_onnx": "cheri_export.onnx_model",
     "finish_onnx": "cheri_export.onnx_model",
@@ -32,6 +33,7 @@ _PUBLIC = {
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 if TYPE_CHECKING:
+    from cheri_export.attribution import attribution_ops
     from cheri_export.checkpoint import Checkpoint, read_checkpoint
     from cheri_export.errors import AccuracyError, CheriError
     from cheri_export.loading import from_cherimoya, load

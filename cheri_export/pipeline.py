@@ -279,9 +279,11 @@ def _headline(precision: str, rows: list[dict[str, Any]], passed: bool) -> str:
                     worst = (found["ratio"], output, found["max_abs"])
     assert worst is not None
     ratio, output, error = worst
-    size = f"the largest {names[output].format(error)}, {ratio:.2g} of what the {precision} tier allows"
     verdict = "matches" if passed else "does NOT match"
-    return f"The exported model {verdict} the exact calculation: {size}."
+    return (
+        f"The exported model {verdict} the exact calculation: the largest "
+        f"{names[output].format(error)}, {ratio:.2g} of what the {precision} tier allows."
+    )
 
 
 def _arrays(cases: list[Case], checkpoint: Checkpoint) -> report.ReportArrays:

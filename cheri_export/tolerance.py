@@ -7,10 +7,10 @@ Rule for a whole model (`limit_for`): an absolute error is within its tier when 
 `figure` is what the tier promises on the reference sample (`default_9x128_trained`: nine layers,
 128 filters, trained-scale weights, profile logits of std 1.83). `floor` is the error that the same
 model makes on the same input when everything is computed in float64 except the roundings that the
-tier cannot avoid (`reference.forward` with a tier; in the fp32 tier a strict float32 run). The floor
-is there because honest models exceed fixed figures: the sample with its profile head times ten has
-a strict float32 error of 3.8e-4. On the reference sample and its stored input the figure alone
-counts.
+tier cannot avoid (`reference.forward` with a tier; in the fp32 tier a strict float32 run). The
+floor is there because honest models exceed fixed figures: the sample with its profile head times
+ten has a strict float32 error of 3.8e-4. On the reference sample and its stored input the figure
+alone counts.
 """
 
 from __future__ import annotations

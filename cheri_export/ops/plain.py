@@ -25,6 +25,25 @@ def stem(sequence: Tensor, weight: Tensor, bias: Tensor, out_dtype: torch.dtype)
     return F.gelu(y, approximate="tanh").transpose(1, 2).contiguous().to(out_dtype)
 
 
+def conv_norm(x: Tensor, conv_weight: Tensor, dilation: int, epsilon: float) -> Tensor:
+    """The block's first half: 3-tap dilated depthwise convolution, then the norm over (L, C)."""
+    kind = _arithmetic(x)
+    return _normalised(x.to(kind), conv_weight.to(kind), dilation, epsilon).to(x.dtype)
+
+
+def _normalised(wide: Tensor, taps: Tensor, dilation: int, epsilon: float) -> Tensor:
+    # Three shifted products rather than F.conv1d: its dilated depthwise path is several times
+    # slower on CPU, and needs two transposes.
+    y = wide * taps[1]
+    if dilation < wide.shape[1]:
+        y = y + F.pad(wide[:, :-dilation] * taps[0], (0, 0, dilation, 0))
+        y = y + F.pad(wide[:, dilation:] * taps[2], (0, 0, 0, dilation))
+    centred = y - y.mean((1, 2), keepdim=True)
+    # A mean far larger than the spread leaves its rounding error behind: take that out as well.
+    centred = centred - centred.mean((1, 2), keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean((1, 2), keepdim=True) + epsilon)
+
+
 def block(
     x: Tensor,
     conv_weight: Tensor,
@@ -36,18 +55,8 @@ def block(
 ) -> Tensor:
     """One CheriBlock, (N, L, C) to (N, L, C)."""
     kind = _arithmetic(x)
-    wide, taps = x.to(kind), conv_weight.to(kind)
-    length = x.shape[1]
-    # Three shifted products rather than F.conv1d: its dilated depthwise path is several times
-    # slower on CPU, and needs two transposes.
-    y = wide * taps[1]
-    if dilation < length:
-        y = y + F.pad(wide[:, :-dilation] * taps[0], (0, 0, dilation, 0))
-        y = y + F.pad(wide[:, dilation:] * taps[2], (0, 0, 0, dilation))
-    centred = y - y.mean((1, 2), keepdim=True)
-    # A mean far larger than the spread leaves its rounding error behind: take that out as well.
-    centred = centred - centred.mean((1, 2), keepdim=True)
-    z = centred * torch.rsqrt(centred.square().mean((1, 2), keepdim=True) + epsilon)
+    wide = x.to(kind)
+    z = _normalised(wide, conv_weight.to(kind), dilation, epsilon)
     hidden = F.gelu(z @ w1.to(kind).T, approximate="tanh")
     return (wide + residual_scale * (hidden @ w2.to(kind).T)).to(x.dtype)
 
