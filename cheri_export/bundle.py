@@ -132,13 +132,15 @@ def commit(folder: Path, out: Path) -> None:
     try:
         folder.chmod(0o777 & ~mask)
         aside: Path | None = None
-        if os.path.lexists(out):
-            aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.absolute().parent))
-            os.replace(out, aside / out.name)
         try:
+            if os.path.lexists(out):
+                aside = Path(
+                    tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.absolute().parent)
+                )
+                os.replace(out, aside / out.name)
             os.replace(folder, out)
-        except OSError:
-            if aside is not None:
+        except BaseException:  # Ctrl-C between the two moves must not lose the old bundle
+            if aside is not None and os.path.lexists(aside / out.name):
                 os.replace(aside / out.name, out)
             raise
         finally:

@@ -7,6 +7,7 @@ keyword-only arguments cover older releases and the export's precision tiers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -281,6 +282,38 @@ class Cherimoya(torch.nn.Module):
                 block.linear1.half()
                 block.linear2.half()
         return self
+
+    def _init_kwargs(self) -> dict[str, Any]:
+        """What cherimoya writes as a checkpoint's config: the constructor's arguments."""
+        return {
+            "n_filters": self.n_filters,
+            "n_layers": self.n_layers,
+            "signal_groups": list(self.signal_groups),
+            "n_control_tracks": self.n_control_tracks,
+            "expansion": self.expansion,
+            "residual_scale": self.residual_scale,
+            "name": self.name,
+            "trimming": self.trimming,
+            "verbose": False,
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint that cherimoya 0.2 and later, and this package, read.
+
+        Parameters
+        ----------
+        path: path
+            The file to write.
+
+        Raises
+        ------
+        ValueError
+            The model has parts that only older releases had, which the format cannot say.
+        """
+        current = (self.iconv.kernel_size, self.fconv.kernel_size, self.count_margin)
+        if current != ((21,), (75,), 0) or self.n_groups != len(self.signal_groups):
+            raise ValueError("a model in the form of an older release has no checkpoint format now")
+        torch.save({"config": self._init_kwargs(), "state_dict": self.state_dict()}, path)
 
     def extra_repr(self) -> str:
         """Name, trimming and tier."""

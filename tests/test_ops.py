@@ -145,14 +145,15 @@ def test_one_exported_program_serves_every_batch_and_length(tracks: int) -> None
     draw = Draw(tracks=tracks, n=3, length=40)
     model = Chain(draw)
     inputs = (draw.sequence,) if tracks == 0 else (draw.sequence, draw.control)
-    n, span = torch.export.Dim("N", min=1), torch.export.Dim("L", min=1)
+    # 5 positions are trimmed, and torch specialises on sizes of 1.
+    n, span = torch.export.Dim("N", min=1), torch.export.Dim("L", min=7)
     program = torch.export.export(model, inputs, dynamic_shapes=[{0: n, 2: span} for _ in inputs])
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     wanted = {ops.stem.default, ops.block.default, ops.head.default}
     assert {t for t in targets if t in wanted} == wanted
     shape = next(n for n in program.graph.nodes if n.op == "placeholder" and n.name == "sequence")
     assert [isinstance(s, torch.SymInt) for s in shape.meta["val"].shape] == [True, False, True]
-    for batch, length in ((1, 6), (2, 40), (5, 133)):
+    for batch, length in ((1, 7), (2, 40), (5, 133)):
         other = Draw(tracks=tracks, n=batch, length=length, seed=1)
         given = (other.sequence,) if tracks == 0 else (other.sequence, other.control)
         for ours, theirs in zip(program.module()(*given), model(*given), strict=True):
@@ -298,9 +299,7 @@ def test_an_example_depends_on_no_other(c: int, h: int, length: int) -> None:
             others[0][place], others[1][place] = x[place], sequence[place]
             for ours, theirs in zip(run_all(draw, *others), together, strict=True):
                 assert torch.equal(ours[place], theirs[place])
-            alone = run_all(
-                draw, x[place : place + 1].clone(), sequence[place : place + 1].clone()
-            )
+            alone = run_all(draw, x[place : place + 1].clone(), sequence[place : place + 1].clone())
             for ours, theirs in zip(alone, together, strict=True):
                 scale = max(1.0, float(theirs.abs().max()))
                 assert_within(f"{place} of {n}", ours[0], theirs[place], 2e-6 * scale)
@@ -310,7 +309,7 @@ WRONG = {
     "stem channels": ("stem", {0: (2, 3, 12)}, r"sequence \(2, 3, 12\) does not fit weight"),
     "stem rank": ("stem", {0: (4, 12)}, r"needed \(N, 4, L\)"),
     "stem even": ("stem", {1: (6, 4, 4)}, "kernel size 4 is even"),
-    "stem bias": ("stem", {2: (5,)}, r"bias \(5,\); needed \(6,\)"),
+    "stem bias": ("stem", {2: (5,)}, r"bias \(5\); needed \(6,\)"),
     "stem math": ("stem", {4: "fp8"}, "unknown math 'fp8'; use one of fp32, mixed, fp16, bf16"),
     "block rank": ("block", {0: (12, 6)}, r"x is torch.float64 \(12, 6\); needed floating"),
     "block conv": ("block", {1: (6, 3)}, r"conv_weight \(6, 3\); needed \(3, 6\)"),
@@ -321,9 +320,9 @@ WRONG = {
     "head rank": ("head", {0: (12, 6)}, r"x \(12, 6\); needed \(N, L, C\)"),
     "head weight": ("head", {2: (2, 7, 5)}, r"profile_weight \(2, 7, 5\); needed \(O, 6 \+ 0"),
     "head even": ("head", {2: (2, 6, 4)}, "kernel size 4 is even"),
-    "head bias": ("head", {3: (3,)}, r"profile_bias \(3,\)"),
+    "head bias": ("head", {3: (3,)}, r"profile_bias \(3\)"),
     "head count": ("head", {4: (1, 7)}, r"count_weight \(1, 7\); needed \(G, 6\)"),
-    "head count bias": ("head", {5: (2,)}, r"count_bias \(2,\)"),
+    "head count bias": ("head", {5: (2,)}, r"count_bias \(2\)"),
     "head window": ("head", {6: 7, 7: 5}, "length 12 leaves no output .* give at least 13 bases"),
     "head negative": ("head", {6: -1}, "trims must be >= 0"),
     "head negative count": ("head", {8: -1}, "trims must be >= 0"),

@@ -158,6 +158,4 @@ def test_reference_refuses_what_has_no_meaning(sample) -> None:
     with pytest.raises(ValueError, match="0 control tracks"):
         reference.forward(weights, spec, small.sequence, torch.zeros(4, 1, 378))
     with pytest.raises(ValueError, match="2 control tracks"):
-        reference.forward(
-            stranded.checkpoint.weights, stranded.checkpoint.spec, stranded.sequence
-        )
+        reference.forward(stranded.checkpoint.weights, stranded.checkpoint.spec, stranded.sequence)

@@ -92,8 +92,10 @@ def check_head(
         raise ValueError("cheri::head: a window begins before the sequence; the trims must be >= 0")
 
 
-def check_window(length: int, start: int, end_trim: int) -> None:
-    """Raise ValueError when nothing of the sequence is kept.
+def check_window(
+    length: int, start: int, end_trim: int, count_start: int, count_end_trim: int
+) -> None:
+    """Raise ValueError when nothing of the sequence is kept, for the profile or the counts.
 
     Apart from `check_head`, because a symbolic length must not be compared while tracing.
     """
@@ -101,4 +103,9 @@ def check_window(length: int, start: int, end_trim: int) -> None:
         raise ValueError(
             f"cheri::head: sequence length {length} leaves no output after trimming {start} and "
             f"{end_trim}; give at least {start + end_trim + 1} bases"
+        )
+    if length - count_start - count_end_trim < 1:
+        raise ValueError(
+            f"cheri::head: sequence length {length} leaves no count window after {count_start} and "
+            f"{count_end_trim}; give at least {count_start + count_end_trim + 1} bases"
         )

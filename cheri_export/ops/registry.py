@@ -93,7 +93,7 @@ def _head(
     tensors = (x, control, profile_weight, profile_bias, count_weight, count_bias)
     windows = (start, end_trim, count_start, count_end_trim)
     checks.check_head(*tensors, *windows, math)
-    checks.check_window(x.shape[1], start, end_trim)
+    checks.check_window(x.shape[1], *windows)
     if x.is_cuda:
         profile, counts = gpu.head(*tensors, *windows, math)
     else:
