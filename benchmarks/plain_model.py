@@ -45,9 +45,7 @@ def export_plain(model: torch.nn.Module, length: int) -> bytes:
         opset_version=20,
         input_names=["sequence"],
         output_names=["profile_logits", "log_counts"],
-        dynamic_shapes=(
-            {0: torch.export.Dim("N"), 2: torch.export.Dim("L", min=2 * model.trimming + 1)},
-        ),
+        dynamic_shapes=({0: torch.export.Dim("N"), 2: torch.export.Dim("L", min=shortest)},),
         verbose=False,
     )
     return program.model_proto.SerializeToString()
