@@ -4,8 +4,8 @@ python benchmarks/bench_block.py [--sizes 16 64 512] [--rounds 9] [--no-upstream
 
 L=1024, C=128, dilation 4; training forward, forward + backward, inference with and without eval();
 each by CUDA events around eager calls and by CUDA graph. The runners take turns within one process
-on fresh random inputs at trained-scale weights (linear std 0.1, conv std 0.3); medians with the 20 %
-and 80 % quantiles. The largest error against float64 stands beside every time. Rows go to
+on fresh random inputs at trained-scale weights (linear std 0.1, conv std 0.3); medians with the
+20 % and 80 % quantiles. The largest error against float64 is beside every time. Rows go to
 results/bench_block.jsonl.
 """
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Before torch is imported, and for the processes that tests start: the models are small, and two
+# threads that wait for each other on a shared machine take ten times as long as one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import pytest

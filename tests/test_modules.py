@@ -191,13 +191,14 @@ def test_built_module_is_for_inference(good) -> None:
 
 
 def test_load_and_from_cherimoya_agree_with_the_checkpoint(good) -> None:
-    profile, counts = good.module()(*good.inputs)
+    inputs = tuple(None if t is None else t[:1] for t in good.inputs)
+    profile, counts = good.module()(*inputs)
     others = [load(good.path)]
     if not good.checkpoint.spec.has_gamma:
         # Our module of a 0.0.1 checkpoint has gamma folded in, which no release writes.
         others.append(from_cherimoya(good.module()))
     for other in others:
-        theirs = other(*good.inputs)
+        theirs = other(*inputs)
         assert torch.equal(profile, theirs[0]) and torch.equal(counts, theirs[1])
     assert load(good.path, precision="fp16").precision == "fp16"
 

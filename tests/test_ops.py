@@ -50,10 +50,9 @@ def judge_block(arguments):
     return torch.stack([reference.block(one, conv, w1, w2, *arguments[4:7]) for one in x])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("op", ["stem", "block", "head", "head with control"])
-def test_opcheck(op: str, dtype: torch.dtype) -> None:
-    draw = Draw(dtype=dtype, tracks=2 if "control" in op else 0)
+def test_opcheck(op: str) -> None:
+    draw = Draw(dtype=torch.float32, tracks=2 if "control" in op else 0)
     name = op.split()[0]
     arguments = wanting_gradients(getattr(draw, f"{name}_arguments")())
     found = torch.library.opcheck(getattr(ops, name).default, arguments)

@@ -106,7 +106,7 @@ def test_strict_float32_error_is_of_the_order_of_cherimoyas(good, reference_run)
     ("mode", "profile", "counts"),
     [
         ("strict", 3.8e-5, 3.1e-7),
-        ("mixed", 2.8e-3, 5.8e-5),
+        pytest.param("mixed", 2.8e-3, 5.8e-5, marks=pytest.mark.slow),
         ("fp16", 7.5e-3, 6.4e-5),
         ("bf16", 4.6e-2, 2.7e-4),
     ],
