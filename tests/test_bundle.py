@@ -208,7 +208,7 @@ def test_missing_parent_is_named(tmp_path: Path) -> None:
 
 def test_a_file_as_parent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="does not exist|Not a directory"):
+    with pytest.raises(OutputError, match=r"does not exist|Not a directory"):
         write(tmp_path / "file" / "m.cheri")
     assert listing(tmp_path) == ["file"]
 

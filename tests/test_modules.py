@@ -77,7 +77,7 @@ def test_state_dict_of_one_block_and_of_a_wrapper_use_the_name_on_disk() -> None
         "linear2.weight",
     ]
     wrapper = torch.nn.Sequential(CheriBlock(4, 2))
-    assert list(wrapper.state_dict())[0] == "0.conv_weight"
+    assert next(iter(wrapper.state_dict())) == "0.conv_weight"
     assert wrapper.load_state_dict(wrapper.state_dict()) == ([], [])
 
 

@@ -346,7 +346,7 @@ def test_wrong_arguments_are_named(name: str) -> None:
 def test_an_empty_count_window_is_refused() -> None:
     """A mean over no position would be NaN without a word."""
     draw = Draw()
-    with pytest.raises(ValueError, match="no output|window"):
+    with pytest.raises(ValueError, match="window"):
         ops.head(*draw.head_arguments((0, 0, 8, 4)))
 
 

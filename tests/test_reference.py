@@ -121,7 +121,9 @@ def test_emulated_tier_gives_the_contracts_figures(
         (LOG_COUNTS, outputs[1], found.counts, counts),
     ):
         error = float(np.abs(value - stored).max())
-        assert published / 1.5 <= error <= published * 1.5, (name, error, published)
+        # A float32 run depends on the order of summation, hence on threads and the processor.
+        factor = 3.0 if mode == "strict" else 1.5
+        assert published / factor <= error <= published * factor, (name, error, published)
         tier = "fp32" if mode == "strict" else mode
         assert error <= tolerance.figure(tier, name)
 
