@@ -88,13 +88,19 @@ def limits(tier: str, cases: list[Case]) -> dict[str, tolerance.Limit]:
     found = {}
     for output in OUTPUTS:
         reference = [case.reference[output] for case in cases]
-        floor = max(
-            float(np.abs(case.floor[output] - case.reference[output]).max()) for case in cases
-        )
+        floors = [_floor(case, output) for case in cases]
+        # A tier that overflows has no floor: it must not buy itself an infinite limit.
+        floor = max((value for value in floors if value is not None), default=0.0)
         floor = max(floor, max(_half_spacing(values) for values in reference))
         spread = float(np.concatenate([values.ravel() for values in reference]).std())
         found[output] = tolerance.limit_for(tier, output, output_std=spread, floor=floor)
     return found
+
+
+def _floor(case: Case, output: str) -> float | None:
+    """Largest unavoidable error of one case; None where the tier itself overflows."""
+    error = float(np.abs(case.floor[output] - case.reference[output]).max())
+    return error if np.isfinite(error) else None
 
 
 def judge_output(reference: Array, value: Array, limit: tolerance.Limit) -> dict[str, Any]:
@@ -150,6 +156,11 @@ def judge(tier: str, cases: list[Case]) -> tuple[list[dict[str, Any]], list[str]
     found = limits(tier, cases)
     rows, failures = [], []
     for case in cases:
+        if any(_floor(case, output) is None for output in OUTPUTS):
+            failures.append(
+                f"{case.id}: the model leaves the range of tier {tier} on this input; use "
+                "--precision fp32 or mixed"
+            )
         runs = []
         for runner, outputs in case.results.items():
             judged = {
@@ -178,9 +189,7 @@ def judge(tier: str, cases: list[Case]) -> tuple[list[dict[str, Any]], list[str]
                 "file": case.file,
                 "controls": case.controls,
                 "output_std": {o: float(case.reference[o].std()) for o in OUTPUTS},
-                "floors": {
-                    o: float(np.abs(case.floor[o] - case.reference[o]).max()) for o in OUTPUTS
-                },
+                "floors": {output: _floor(case, output) for output in OUTPUTS},
                 "runs": runs,
             }
         )

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from typing import Any, NoReturn
 
 import click
@@ -19,6 +20,18 @@ EXIT_ACCURACY, EXIT_PROBLEM, EXIT_INTERRUPT, EXIT_TERMINATED = 1, 2, 130, 143
 _DEFAULT_COMMAND = "export"
 
 
+class _Signalled(BaseException):
+    """Ctrl-C or SIGTERM.
+
+    No KeyboardInterrupt: click answers that one itself, and where it passes through an ``exec``
+    Python ends the process by the signal although it was caught.
+    """
+
+
+class _ReaderGone(BaseException):
+    """Whoever read our standard output has left; out of click's reach, which would exit with 1."""
+
+
 class _Commands(click.Group):
     """A group whose default command takes the first argument that names no subcommand."""
 
@@ -27,6 +40,14 @@ class _Commands(click.Group):
         if args and args[0] not in own and args[0] not in self.commands:
             args = [_DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # where our handler is not in place
+            raise _Signalled from None
+        except BrokenPipeError:
+            raise _ReaderGone from None
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "MODEL [-o OUT] [OPTIONS]")
@@ -212,17 +233,31 @@ def _fail(message: str, code: int = EXIT_PROBLEM) -> NoReturn:
     raise SystemExit(code)
 
 
-class _Terminated(BaseException):
-    """SIGTERM, as an exception, so that temporary folders are removed on the way out."""
+_ENDINGS = {
+    signal.SIGINT: ("interrupted; nothing was written", EXIT_INTERRUPT),
+    signal.SIGTERM: ("terminated; nothing was written", EXIT_TERMINATED),
+}
+_received: list[int] = []
 
 
-def _on_sigterm(signum: int, frame: Any) -> None:
-    raise _Terminated
+def _on_signal(signum: int, frame: Any) -> None:
+    _received.append(signum)
+    raise _Signalled
+
+
+def _problem(message: str, code: int = EXIT_PROBLEM) -> NoReturn:
+    """Fail; after a signal say so, whatever a library made of it (an ImportError, say)."""
+    if _received:
+        message, code = _ENDINGS[signal.Signals(_received[0])]
+    _fail(message, code)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit code."""
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    _received.clear()
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDINGS:
+            signal.signal(number, _on_signal)
     # Before torch loads OpenMP: its threads otherwise spin while they wait, and on a machine whose
     # cores are busy the float64 reference takes five to twenty times longer.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -233,17 +268,19 @@ def main(argv: list[str] | None = None) -> NoReturn:
         raise SystemExit(EXIT_PROBLEM) from None
     except click.UsageError as error:
         where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-        _fail(error.format_message() + where)
+        _problem(error.format_message() + where)
     except CheriError as error:
-        _fail(str(error))
-    except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted; nothing was written", EXIT_INTERRUPT)
-    except _Terminated:
-        _fail("terminated; nothing was written", EXIT_TERMINATED)
+        _problem(str(error))
+    except (_Signalled, KeyboardInterrupt, click.Abort):
+        _problem("interrupted; nothing was written", EXIT_INTERRUPT)
     except MemoryError:
-        _fail("not enough memory; use a smaller --batch or --length")
-    except BrokenPipeError:
-        # The reader of our output is gone; the bundle is complete.
+        _problem("not enough memory; use a smaller --batch or --length")
+    except (_ReaderGone, BrokenPipeError):
+        # The bundle is complete; only its summary has no reader.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+    except Exception:
+        if not _received:
+            raise
+        _problem("")
     raise SystemExit(code if isinstance(code, int) else 0)

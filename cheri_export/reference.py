@@ -7,11 +7,12 @@ releases listed in `checkpoint.releases`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 
-from cheri_export.spec import ModelSpec
+from cheri_export.spec import FP16_MAX, ModelSpec
 
 Tensor = torch.Tensor
 Rounding = Callable[[Tensor], Tensor]
@@ -30,6 +31,15 @@ def _exact(x: Tensor) -> Tensor:
 
 def _through(dtype: torch.dtype) -> Rounding:
     return lambda x: x.to(dtype).to(x.dtype)
+
+
+def _through_scaled_fp16(x: Tensor) -> Tensor:
+    """Round to fp16 after a power-of-two scaling where x would not fit, as the kernels do."""
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    if not largest > FP16_MAX:
+        return x.to(torch.float16).to(x.dtype)
+    scale = 2.0 ** -math.ceil(math.log2(largest / FP16_MAX))
+    return (x * scale).to(torch.float16).to(x.dtype) / scale
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -162,7 +172,8 @@ def forward(
     operand: Rounding = _exact
     if tier is not None:
         stream = _through(_STREAM[tier])
-        operand = _exact if tier == "fp32" else _through(torch.float16)
+        if tier != "fp32":
+            operand = _through_scaled_fp16 if tier == "mixed" else _through(torch.float16)
 
     w = {name: tensor.to(dtype) for name, tensor in weights.items()}
     start, stop = spec.trimming, sequence.shape[2] - spec.trimming
