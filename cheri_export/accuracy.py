@@ -88,19 +88,30 @@ def limits(tier: str, cases: list[Case]) -> dict[str, tolerance.Limit]:
     found = {}
     for output in OUTPUTS:
         reference = [case.reference[output] for case in cases]
-        floors = [_floor(case, output) for case in cases]
-        # A tier that overflows has no floor: it must not buy itself an infinite limit.
-        floor = max((value for value in floors if value is not None), default=0.0)
+        floor = max(
+            (f for f in (_floor(tier, c, output) for c in cases) if f is not None), default=0
+        )
         floor = max(floor, max(_half_spacing(values) for values in reference))
         spread = float(np.concatenate([values.ravel() for values in reference]).std())
         found[output] = tolerance.limit_for(tier, output, output_std=spread, floor=floor)
     return found
 
 
-def _floor(case: Case, output: str) -> float | None:
-    """Largest unavoidable error of one case; None where the tier itself overflows."""
-    error = float(np.abs(case.floor[output] - case.reference[output]).max())
-    return error if np.isfinite(error) else None
+def _raw_floor(case: Case, output: str) -> float:
+    return float(np.abs(case.floor[output] - case.reference[output]).max())
+
+
+def _floor(tier: str, case: Case, output: str) -> float | None:
+    """Largest unavoidable error of one case; None where the tier itself breaks down.
+
+    A tier that overflows must not buy itself a limit as wide as its own failure.
+    """
+    floor, values = _raw_floor(case, output), case.reference[output]
+    if not np.isfinite(floor):
+        return None
+    size = max(float(values.std()), 1e-2 * float(np.abs(values).max()))
+    honest = floor <= _half_spacing(values) or tolerance.usable_floor(tier, floor, size)
+    return floor if honest else None
 
 
 def judge_output(reference: Array, value: Array, limit: tolerance.Limit) -> dict[str, Any]:
@@ -156,11 +167,10 @@ def judge(tier: str, cases: list[Case]) -> tuple[list[dict[str, Any]], list[str]
     found = limits(tier, cases)
     rows, failures = [], []
     for case in cases:
-        if any(_floor(case, output) is None for output in OUTPUTS):
-            failures.append(
-                f"{case.id}: the model leaves the range of tier {tier} on this input; use "
-                "--precision fp32 or mixed"
-            )
+        for output in OUTPUTS:
+            if _floor(tier, case, output) is None:
+                failures.append(_breakdown(tier, case, output))
+                break
         runs = []
         for runner, outputs in case.results.items():
             judged = {
@@ -189,11 +199,22 @@ def judge(tier: str, cases: list[Case]) -> tuple[list[dict[str, Any]], list[str]
                 "file": case.file,
                 "controls": case.controls,
                 "output_std": {o: float(case.reference[o].std()) for o in OUTPUTS},
-                "floors": {output: _floor(case, output) for output in OUTPUTS},
+                "floors": {output: _floor(tier, case, output) for output in OUTPUTS},
                 "runs": runs,
             }
         )
     return rows, failures
+
+
+def _breakdown(tier: str, case: Case, output: str) -> str:
+    advice = (
+        "float32 does not hold this model: look for extreme weights or controls"
+        if tier == "fp32"
+        else "use --precision fp32" + ("" if tier == "mixed" else " or mixed")
+    )
+    size = _raw_floor(case, output)
+    how = f"is off by {size:.2g}" if np.isfinite(size) else "leaves the range"
+    return f"{case.id}, {output}: tier {tier} itself {how} on this input; {advice}"
 
 
 def _sentence(case: Case, runner: str, output: str, row: dict[str, Any]) -> str:

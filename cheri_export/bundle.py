@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cheri_export.errors import OutputError
+from cheri_export.errors import InputError, OutputError
 
 MODEL_FILE = "model.onnx"
 WEIGHTS_FILE = "weights.safetensors"
@@ -27,6 +27,8 @@ FAILED = ".failed"
 def default_output(model: str | os.PathLike[str]) -> Path:
     """OUT when none is given: beside the model, its last extension replaced by ``.cheri``."""
     path = Path(model)
+    if not path.name:
+        raise InputError(f"{os.fspath(model)!r} names no file; give the path of a checkpoint")
     return path.with_name(path.stem + SUFFIX)
 
 
@@ -46,7 +48,7 @@ def is_bundle(path: Path) -> bool:
         return False
     try:
         tool = json.loads(report.read_text(encoding="utf-8"))["tool"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     return tool == "cheri-export" and {entry.name for entry in path.iterdir()} <= set(FILES)
 
@@ -70,6 +72,23 @@ def check_replaceable(out: Path, *, force: bool, keep: Path | None = None) -> No
     OutputError
         `out` exists and may not be replaced, or lies in a folder that does not exist.
     """
+    try:
+        _check_replaceable(out, force=force, keep=keep)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+        reason = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"{out} cannot be used ({reason}); give another -o") from error
+
+
+def _protected(keep: Path | None) -> list[Path]:
+    """What a replaced OUT must not hold: the working folder, the home folder, the model."""
+    found = [] if keep is None else [keep.resolve()]
+    for place in (Path.cwd, Path.home):
+        with contextlib.suppress(OSError, RuntimeError):  # deleted, or a user without a home
+            found.append(place().resolve())
+    return found
+
+
+def _check_replaceable(out: Path, *, force: bool, keep: Path | None) -> None:
     parent = out.absolute().parent
     if not parent.is_dir():
         raise OutputError(
@@ -78,10 +97,7 @@ def check_replaceable(out: Path, *, force: bool, keep: Path | None = None) -> No
     if not os.path.lexists(out):
         return
     real = out.resolve()
-    protected = [Path.cwd().resolve(), Path.home().resolve()]
-    if keep is not None:
-        protected.append(keep.resolve())
-    if any(real == path or real in path.parents for path in protected):
+    if any(real == path or real in path.parents for path in _protected(keep)):
         raise OutputError(f"{out} holds the model or the working folder; give another -o")
     if not force and not is_bundle(out):
         what = "a folder with other contents" if out.is_dir() else "no folder of this tool"

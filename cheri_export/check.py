@@ -26,6 +26,9 @@ TORCH = "torch-fp32"
 _OTHER_LENGTH = 301
 """Distance of the second checked length from the first; odd, so that no tile size divides both."""
 
+_MOST_BASES = 50_000_000
+"""Bases in one random input: beyond, its float64 reference would take hours and all memory."""
+
 _TORCH_CHUNK = 8
 """Examples per torch call: bounds the memory of long checks."""
 
@@ -86,6 +89,8 @@ def make_cases(spec: ModelSpec, options: CheckOptions) -> list[Case]:
     InputError
         Too short a length, controls missing or not wanted, or a file that cannot be used.
     """
+    if options.seed < 0:
+        raise InputError(f"--seed {options.seed} is not usable; give 0 or more")
     if options.batch < 1:
         raise InputError(f"--batch {options.batch} is not usable; give 1 or more")
     if options.length < spec.min_length:
@@ -93,13 +98,22 @@ def make_cases(spec: ModelSpec, options: CheckOptions) -> list[Case]:
             f"--length {options.length} leaves no output: the model trims {spec.trimming} bases "
             f"from each end; give at least {spec.min_length}"
         )
+    if options.batch * options.length > _MOST_BASES:
+        raise InputError(
+            f"--batch {options.batch} x --length {options.length} is more than the {_MOST_BASES:,} "
+            "bases that a check takes at once; give smaller ones"
+        )
     tracks = spec.n_control_tracks
     if options.controls is not None and tracks == 0:
         raise InputError(
             f"--controls {options.controls} was given, but the model has no control tracks; "
             "leave it out"
         )
-    given = control_tracks.parse_control_spec(options.controls) if options.controls else None
+    given = (
+        control_tracks.parse_control_spec(options.controls)
+        if options.controls is not None
+        else None
+    )
     if given is not None and given.kind != "zero" and options.fasta is None:
         raise InputError(
             f"--controls {options.controls} belongs to sequences of yours; give them with "
@@ -155,10 +169,14 @@ def _fasta_case(
             given, n_tracks=spec.n_control_tracks, names=names, length=length, n=len(names)
         )
     name = Path(options.fasta).name
+    try:
+        one_hot = sequences.one_hot(letters, names=names)
+    except InputError as error:
+        raise InputError(f"{options.fasta}: {error}") from error
     return Case(
         f"{name} {len(names)} x {length}",
         "fasta",
-        sequences.one_hot(letters, names=names),
+        one_hot,
         control,
         file=name,
         controls=options.controls,
@@ -244,7 +262,8 @@ def open_session(model: bytes | str | os.PathLike[str]) -> Any:
     options.log_severity_level = 3
     # Keep freed blocks from piling up between cases of different shape.
     options.enable_mem_pattern = False
-    source = model if isinstance(model, bytes) else os.fspath(model)
+    # Bytes, since ONNX Runtime takes no path that is not UTF-8.
+    source = model if isinstance(model, bytes) else Path(model).read_bytes()
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import sys
 import threading
+import traceback
 from typing import Any, NoReturn
 
 import click
 
 from cheri_export import __version__
-from cheri_export.errors import CheriError
+from cheri_export.errors import CheriError, OutputError
 from cheri_export.spec import OPSETS, PRECISIONS
 
-EXIT_ACCURACY, EXIT_PROBLEM, EXIT_INTERRUPT, EXIT_TERMINATED = 1, 2, 130, 143
+EXIT_ACCURACY, EXIT_PROBLEM, EXIT_FAULT = 1, 2, 70
+EXIT_HANGUP, EXIT_INTERRUPT, EXIT_TERMINATED = 129, 130, 143
 
 _DEFAULT_COMMAND = "export"
 
@@ -26,10 +29,6 @@ class _Signalled(BaseException):
     No KeyboardInterrupt: click answers that one itself, and where it passes through an ``exec``
     Python ends the process by the signal although it was caught.
     """
-
-
-class _ReaderGone(BaseException):
-    """Whoever read our standard output has left; out of click's reach, which would exit with 1."""
 
 
 class _Commands(click.Group):
@@ -46,8 +45,6 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # where our handler is not in place
             raise _Signalled from None
-        except BrokenPipeError:
-            raise _ReaderGone from None
 
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write_usage(ctx.command_path, "MODEL [-o OUT] [OPTIONS]")
@@ -72,7 +69,8 @@ def cli() -> None:
     read, and a report of every error against a float64 reference. A file that is named like a
     command is given as ./NAME.
 
-    Exit codes: 0 good, 1 the accuracy verdict failed, 2 a problem of the input or the machine.
+    Exit codes: 0 good, 1 the accuracy verdict failed, 2 a problem of the input or the machine,
+    70 a fault of this program.
     """
 
 
@@ -135,7 +133,7 @@ def export_command(
     """Export and check a model (the default command)."""
     from cheri_export.progress import Progress
 
-    progress = Progress(quiet=quiet)
+    progress = Progress(quiet=quiet, after_step=_raise_pending)
     with progress.step("start", "loading torch and onnx"):
         from cheri_export import pipeline, report
 
@@ -153,13 +151,14 @@ def export_command(
         allow_mismatch=allow_mismatch,
     )
     result = pipeline.export(model, out, options, progress=progress, command=_command_line())
+    done = f"{result.path} is complete, but its summary could not be printed"
     if as_json:
-        click.echo(report.to_json(result.report))
+        _print(report.to_json(result.report), done)
     elif not quiet:
-        click.echo(_summary(result))
+        _print(_summary(result), done)
     if not result.passed:
         for line in result.report["verdict"]["failures"][:5]:
-            click.echo(f"cheri-export: {line}", err=True)
+            _print_error(line)
         return EXIT_ACCURACY
     return 0
 
@@ -192,7 +191,8 @@ def info_command(model: str, as_json: bool) -> int:
     from cheri_export.checkpoint import read_checkpoint
 
     found = describe.info(read_checkpoint(model))
-    click.echo(json.dumps(found, indent=2) if as_json else _info_text(found))
+    text = json.dumps(found, indent=2) if as_json else _info_text(found)
+    _print(text, "standard output cannot be written")
     return 0
 
 
@@ -227,15 +227,34 @@ def _info_text(found: dict[str, Any]) -> str:
     return "\n".join(f"{key:<18}{value}" for key, value in rows)
 
 
+def _print(text: str, problem: str) -> None:
+    """Print a result; a reader that has left is no error, a full disk is."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError) as error:
+        # Or Python's own last flush would fail once more, and change the exit code.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OutputError(f"{problem} ({error})") from error
+
+
+def _print_error(text: str) -> None:
+    try:
+        click.echo(f"cheri-export: {text}", err=True)
+    except (OSError, ValueError):
+        pass  # nobody reads it; the exit code says the rest
+
+
 def _fail(message: str, code: int = EXIT_PROBLEM) -> NoReturn:
-    one_line = " ".join(str(message).split())
-    click.echo(f"cheri-export: error: {one_line}", err=True)
+    _print_error(f"error: {' '.join(str(message).split())}")
     raise SystemExit(code)
 
 
 _ENDINGS = {
     signal.SIGINT: ("interrupted; nothing was written", EXIT_INTERRUPT),
     signal.SIGTERM: ("terminated; nothing was written", EXIT_TERMINATED),
+    signal.SIGHUP: ("the terminal is gone; nothing was written", EXIT_HANGUP),
 }
 _received: list[int] = []
 
@@ -245,6 +264,12 @@ def _on_signal(signum: int, frame: Any) -> None:
     raise _Signalled
 
 
+def _raise_pending() -> None:
+    """Raise again what Python dropped: a handler's exception inside ``__del__``, say."""
+    if _received:
+        raise _Signalled
+
+
 def _problem(message: str, code: int = EXIT_PROBLEM) -> NoReturn:
     """Fail; after a signal say so, whatever a library made of it (an ImportError, say)."""
     if _received:
@@ -252,20 +277,39 @@ def _problem(message: str, code: int = EXIT_PROBLEM) -> NoReturn:
     _fail(message, code)
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether torch or ONNX Runtime ran out of memory; they raise types of their own."""
+    text = str(error)
+    return any(sign in text for sign in ("allocate memory", "bad_alloc", "bad allocation"))
+
+
+def _install_signals() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _ENDINGS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP: leave it so
+            signal.signal(number, _on_signal)
+
+
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit code."""
     _received.clear()
-    if threading.current_thread() is threading.main_thread():
-        for number in _ENDINGS:
-            signal.signal(number, _on_signal)
+    _install_signals()
     # Before torch loads OpenMP: its threads otherwise spin while they wait, and on a machine whose
     # cores are busy the float64 reference takes five to twenty times longer.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names may hold any bytes
     try:
         code = cli.main(args=argv, prog_name="cheri-export", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         raise SystemExit(EXIT_PROBLEM) from None
+    except click.NoSuchOption as error:
+        _problem(
+            f"{error.format_message()} (a file of that name is given as ./{error.option_name})"
+        )
     except click.UsageError as error:
         where = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
         _problem(error.format_message() + where)
@@ -275,12 +319,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         _problem("interrupted; nothing was written", EXIT_INTERRUPT)
     except MemoryError:
         _problem("not enough memory; use a smaller --batch or --length")
-    except (_ReaderGone, BrokenPipeError):
-        # The bundle is complete; only its summary has no reader.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    except Exception:
-        if not _received:
-            raise
-        _problem("")
+    except Exception as error:
+        if _received:
+            _problem("")
+        if _is_out_of_memory(error):
+            _problem("not enough memory; use a smaller --batch or --length")
+        traceback.print_exc()
+        _fail(f"this is a fault of cheri-export, please report it: {error}", EXIT_FAULT)
     raise SystemExit(code if isinstance(code, int) else 0)

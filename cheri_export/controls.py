@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import struct
 import zipfile
@@ -186,9 +187,9 @@ def random_controls(seed: int, n: int, tracks: int, length: int) -> npt.NDArray[
 def _existing(file: str, spec: ControlSpec) -> Path:
     """The path of a file of `spec`, or an error that says what may be wrong."""
     path = Path(file)
-    if path.is_file():
+    if os.path.isfile(path):  # pathlib's question raises where a folder may not be searched
         return path
-    found = "is a directory" if path.is_dir() else "no such file"
+    found = "is a directory" if os.path.isdir(path) else "no such file"
     hint = " (',' and '+' separate files)" if file != spec.text else ""
     raise InputError(f"controls: {file}: {found}; give {FORMS}{hint}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ from cheri_export.spec import (
     PROFILE_LOGITS,
     STEM,
 )
+from cheri_export.strict import neutral
 
 DEFAULT_BATCH = 4
+
+_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,13 @@ def _validate(options: ExportOptions) -> None:
         raise InputError(
             f"--opset {options.opset} is not supported; use {' or '.join(map(str, OPSETS))}"
         )
+    for name, text in (("--source", options.source), ("--license", options.license)):
+        try:
+            (text or "").encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{name} is no valid text ({error.reason}); give it in UTF-8"
+            ) from None
 
 
 def _default_length(checkpoint: Checkpoint) -> int:
@@ -118,6 +129,18 @@ def export(
     CheriError
         The input, an option, the environment or the destination is not usable. Nothing is written.
     """
+    # One at a time: torch's exporter, its precision settings and the umask belong to the process.
+    with _LOCK, neutral():
+        return _export(model, out, options, progress, command)
+
+
+def _export(
+    model: str | os.PathLike[str] | Any,
+    out: str | os.PathLike[str] | None,
+    options: ExportOptions | None,
+    progress: Progress | None,
+    command: list[str] | None,
+) -> ExportResult:
     options = options or ExportOptions()
     progress = progress or Progress(quiet=True)
     _validate(options)

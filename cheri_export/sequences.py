@@ -124,11 +124,13 @@ def read_fasta(path: str | os.PathLike[str]) -> tuple[list[str], list[str]]:
         with pysam.FastxFile(str(file.absolute())) as records:
             for record in records:
                 names.append(record.name or "")
-                sequences.append(record.sequence or "")
+                sequences.append((record.sequence or "").replace("\r", ""))
     except UnicodeDecodeError as e:
         raise InputError(f"{file}: holds text that is not UTF-8; a FASTA file is needed") from e
     except (ValueError, OSError) as e:
         raise InputError(f"{file}: cannot be read as FASTA ({e}); check the file") from e
+    if not sequences:
+        raise InputError(f"{file}: holds no sequence; a FASTA file with records is needed")
     for i, sequence in enumerate(sequences):
         if not sequence:
             raise InputError(
@@ -207,11 +209,12 @@ def _check_text(path: Path) -> None:
     kseq, the parser below pysam, skips whatever precedes the first '>' or '@' and starts a record
     at any later line with '@', both without a word.
     """
-    if path.is_dir():
+    # os.path rather than pathlib, whose questions raise where a folder may not be searched.
+    if os.path.isdir(path):
         raise InputError(f"{path}: is a directory; a FASTA file is needed")
-    if not path.exists():
+    if not os.path.exists(path):
         raise InputError(f"{path}: no such file; give the path of a FASTA file")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"{path}: is not a regular file (a pipe?); write it to a file first")
     needed = "a FASTA file is needed, whose first line starts with '>'"
     try:

@@ -14,6 +14,22 @@ import torch
 
 
 @contextlib.contextmanager
+def neutral() -> Iterator[None]:
+    """Torch as it starts: float32 and CPU by default, no autocast; then the user's state again."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@contextlib.contextmanager
 def strict_fp32() -> Iterator[dict[str, Any]]:
     """Turn every reduced-precision float32 path of torch off inside the block.
 

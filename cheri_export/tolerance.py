@@ -47,6 +47,11 @@ REFERENCE_STD = {PROFILE_LOGITS: 1.8327232203063166, LOG_COUNTS: 0.0238161748861
 FLOOR_FACTOR = 3.0
 """Headroom over the floor: another order of summation moves a maximum by up to about this much."""
 
+FLOOR_SHARE = {"fp32": 1e-2, "mixed": 0.1, "fp16": 0.1, "bf16": 0.3}
+"""Largest floor that counts, as a share of the output's size. Beyond it the tier has broken down on
+the model (float32's variance overflowed, say), and three times a breakdown is no limit. Honest
+floors are far below: on the sample 2e-5, 2e-3, 4e-3 and 3e-2 of the profile's std."""
+
 MODEL = (
     Tolerance("fp32", PROFILE_LOGITS, 1e-4, "strict float32 measures 3.8e-5 on the sample"),
     Tolerance(
@@ -102,6 +107,23 @@ def block_limit(tier: str, *, trained_scale: bool, max_abs_input: float) -> floa
     """Largest absolute error of one block's output in `tier` for inputs up to `max_abs_input`."""
     row = figure(tier, f"block, {'trained' if trained_scale else 'initial'} scale")
     return row * max(1.0, max_abs_input / 8.0)
+
+
+def usable_floor(tier: str, floor: float, size: float) -> bool:
+    """Whether `floor` is the rounding of a working tier for outputs of this size.
+
+    Parameters
+    ----------
+    tier: str
+        The precision tier.
+
+    floor: float
+        Largest unavoidable error.
+
+    size: float
+        The output's standard deviation, or a hundredth of its largest magnitude where that is more.
+    """
+    return floor <= FLOOR_SHARE[tier] * size
 
 
 def limit_for(tier: str, output: str, *, output_std: float, floor: float) -> Limit:

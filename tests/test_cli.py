@@ -822,6 +822,29 @@ def test_a_signal_that_a_library_turns_into_an_import_error(here, call, monkeypa
     assert listing(here) == ["m.torch"]
 
 
+def test_a_signal_that_python_drops_ends_the_command_after_the_step(
+    here, call, monkeypatch
+) -> None:
+    """What is raised in a callback of the import system, or in __del__, goes nowhere."""
+
+    class Dropped:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    real = pipeline.check.make_cases
+
+    def drop(*arguments):
+        del [Dropped()][0]
+        return real(*arguments)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(pipeline.check, "make_cases", drop)
+    code, out, err = call("m.torch", *FAST)
+    assert code == 130 and out == "" and "exporting" not in err
+    assert err.splitlines()[-1].startswith("cheri-export: error: interrupted")
+    assert listing(here) == ["m.torch"]
+
+
 def stop_at(line: str, number: int) -> subprocess.CompletedProcess:
     """Start the command, wait for the progress line that begins with `line`, send the signal."""
     process = subprocess.Popen(

@@ -88,10 +88,16 @@ def export_onnx(
     tracks = getattr(module, "n_control_tracks", 0) if control_tracks is None else control_tracks
     if length is None:
         length = 2 * int(getattr(module, "trimming", 0)) + _EXAMPLE_SPARE
-    arguments = [torch.zeros(_EXAMPLE_BATCH, 4, length)]
+
+    def example(channels: int) -> torch.Tensor:
+        # Float32 on the CPU, whatever the process's defaults are.
+        shape = (_EXAMPLE_BATCH, channels, length)
+        return torch.zeros(shape, dtype=torch.float32, device="cpu")
+
+    arguments = [example(4)]
     names = [SEQUENCE]
     if tracks:
-        arguments.append(torch.zeros(_EXAMPLE_BATCH, tracks, length))
+        arguments.append(example(tracks))
         names.append(CONTROL)
     n, span = torch.export.Dim("N", min=1), torch.export.Dim("L", min=1)
     with warnings.catch_warnings():

@@ -25,11 +25,12 @@ CheriStem <out_dtype, math, plugin_version, plugin_namespace> (sequence, weight,
 }
 """
 
-# The three taps are slices of one padded copy: Conv takes its dilation only as a list of integers,
-# which a function cannot make from the integer attribute. The mean is taken out twice: when it is
-# far larger than the spread, the first pass leaves its rounding error behind. The variance is
-# summed in two levels: ONNX Runtime's ReduceSumSquare adds one by one, and over a whole example
-# (L * C terms) loses three digits.
+# From d = L on both side taps are outside the sequence, so d is cut to L: padding by it would cost
+# memory that doubles with every layer. The three taps are slices of one padded copy: Conv takes its
+# dilation only as a list of integers, which a function cannot make from the integer attribute.
+# The mean is taken out twice: when it is far larger than the spread, the first pass leaves its
+# rounding error behind. The variance is summed in two levels: ONNX Runtime's ReduceSumSquare adds
+# one by one, and over a whole example (L * C terms) loses three digits.
 _BLOCK = """
 CheriBlock <dilation, residual_scale, epsilon, math, plugin_version, plugin_namespace>
   (X, conv_weight, w1, w2) => (Y)
@@ -41,7 +42,9 @@ CheriBlock <dilation, residual_scale, epsilon, math, plugin_version, plugin_name
   two = Constant <value_ints = [2]> ()
   far = Constant <value_ints = [9223372036854775807]> ()
   plane = Constant <value_ints = [1, 2]> ()
-  d = Reshape (d_scalar, one)
+  d_given = Reshape (d_scalar, one)
+  length = Shape <start = 1, end = 2> (X)
+  d = Min (d_given, length)
   d2 = Mul (d, two)
   back = Neg (d2)
   pads = Concat <axis = 0> (zero, d, zero, zero, d, zero)
