@@ -16,6 +16,9 @@ from cheri_export.ops import plain
 
 Tensor = torch.Tensor
 
+STATISTICS = "_cheri_statistics"
+"""Attribute of a block's output: its examples' mean and 1 / std, float32 (N,) each."""
+
 _OLDEST = (8, 0)
 _STREAMS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -80,9 +83,12 @@ def block(
     launch = _kernels(x, x.shape[2]) if x.dtype in _STREAMS else None
     if launch is None:
         return plain.block(x, conv_weight, w1, w2, dilation, residual_scale, epsilon)
-    out: Tensor = launch.block_forward(
-        x, conv_weight, w1, w2, dilation, residual_scale, epsilon, math
-    )[0]
+    out: Tensor
+    out, mean, rstd = launch.block_forward(
+        x, conv_weight, w1, w2, dilation, residual_scale, epsilon, math, save_stats=True
+    )
+    # Read by the op's autograd setup, which gets this very object; 8 bytes an example.
+    setattr(out, STATISTICS, (mean, rstd))
     return out
 
 
@@ -96,17 +102,20 @@ def block_backward(
     residual_scale: float,
     epsilon: float,
     math: str,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     needs_weights: bool,
 ) -> tuple[Tensor | None, ...] | None:
     """Gradients of the block on CUDA, or None where plain torch has to give them.
 
-    The statistics are recomputed from x: one more read of x costs less than keeping them would
-    complicate, and x is all that the block saves.
+    The statistics are the forward's where it ran eagerly; in a compiled graph they are recomputed
+    from x.
     """
     launch = _kernels(x, x.shape[2]) if x.dtype in _STREAMS else None
     if launch is None:
         return None
-    mean, rstd = launch.block_statistics(x, conv_weight, dilation, epsilon, math, w1.shape[0])
+    if mean is None or rstd is None:
+        mean, rstd = launch.block_statistics(x, conv_weight, dilation, epsilon, math, w1.shape[0])
     found: tuple[Tensor | None, ...] = launch.block_backward(
         grad, x, conv_weight, w1, w2, mean, rstd, dilation, residual_scale, math, needs_weights
     )

@@ -35,7 +35,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "block_backward(Tensor grad, Tensor x, Tensor conv_weight, Tensor w1, Tensor w2, int dilation, "
-    "float residual_scale, float epsilon, str math, bool[] wanted) -> Tensor[]"
+    "float residual_scale, float epsilon, str math, Tensor? mean, Tensor? rstd, bool[] wanted) "
+    "-> Tensor[]"
 )
 _LIBRARY.define(
     "head_backward(Tensor grad_profile, Tensor grad_counts, Tensor x, Tensor? control, "
@@ -158,12 +159,14 @@ def _block_backward(
     residual_scale: float,
     epsilon: float,
     math: str,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
     tensors = (x, conv_weight, w1, w2)
     if x.is_cuda:
         found = gpu.block_backward(
-            grad, *tensors, dilation, residual_scale, epsilon, math, any(wanted[1:])
+            grad, *tensors, dilation, residual_scale, epsilon, math, mean, rstd, any(wanted[1:])
         )
         if found is not None:
             return [
@@ -283,6 +286,8 @@ def _block_backward_fake(
     residual_scale: float,
     epsilon: float,
     math: str,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
     return _fake_gradients((x, conv_weight, w1, w2), wanted)
@@ -321,13 +326,15 @@ def _stem_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _block_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:4])
+    statistics = getattr(output, gpu.STATISTICS, (None, None))
+    ctx.save_for_backward(*inputs[:4], *statistics)
     ctx.constants = inputs[4:]
 
 
 def _block_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[:4])
-    found = torch.ops.cheri.block_backward(grad, *ctx.saved_tensors, *ctx.constants, wanted)
+    *tensors, mean, rstd = ctx.saved_tensors
+    found = torch.ops.cheri.block_backward(grad, *tensors, *ctx.constants, mean, rstd, wanted)
     return (*_kept(found, wanted), None, None, None, None)
 
 
