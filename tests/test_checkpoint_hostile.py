@@ -475,7 +475,7 @@ def test_damaged_safetensors(tmp_path: Path) -> None:
     assert "not a Cherimoya model" in refusal(path)
     path.write_bytes(data[:-4])
     assert "damaged" in refusal(path)
-    path.write_bytes(save({"a": T(3)}, {"format": "cherimoya", "config": "{"}))
+    path.write_bytes(save({"a": T(3)}, {"cherimoya": "{"}))
     assert "metadata" in refusal(path)
     path.write_bytes(data.replace(b'"F32"', b'"F99"'))
     assert "damaged" in refusal(path)

@@ -42,15 +42,16 @@ def write_weights(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> None:
         "n_parameters": checkpoint.n_parameters,
         "spec": checkpoint.spec.to_dict(),
     }
-    metadata = {
-        "format": FORMAT,
-        "config": json.dumps(checkpoint.config),
-        "attributes": json.dumps(attributes),
-        "warnings": json.dumps(list(checkpoint.warnings)),
+    contents = {
+        "config": checkpoint.config,
+        "attributes": attributes,
+        "warnings": list(checkpoint.warnings),
         # safetensors sorts tensors by size; the order of a state dict is worth keeping.
-        "order": json.dumps(list(checkpoint.tensors)),
+        "order": list(checkpoint.tensors),
         "sha256": checkpoint.source_sha256 or checkpoint.sha256 or "",
     }
+    # One entry: safetensors writes several in an order that differs from run to run.
+    metadata = {FORMAT: json.dumps(contents)}
     tensors = {
         k: t.detach().cpu().clone(memory_format=torch.contiguous_format)
         for k, t in checkpoint.tensors.items()
@@ -111,20 +112,19 @@ def from_safetensors(data: bytes, head: dict[str, Any], path: str, sha256: str) 
         ) from None
     found = head.get("__metadata__")
     metadata = found if isinstance(found, dict) else {}
-    if metadata.get("format") != FORMAT:
+    if FORMAT not in metadata:
         note = "a safetensors file of another tool, read as a bare state dict"
         return assemble(tensors, None, path=path, sha256=sha256, notes=[note])
     try:
-        config, notes, order = (
-            json.loads(metadata.get(key, "null")) for key in ("config", "warnings", "order")
-        )
-    except (ValueError, RecursionError, TypeError):
+        contents = json.loads(metadata[FORMAT])
+        config, notes, order = (contents.get(key) for key in ("config", "warnings", "order"))
+    except (ValueError, RecursionError, TypeError, AttributeError):
         raise problem("the metadata of the safetensors file are damaged; copy it again") from None
     lines = [show(n, 1000) for n in notes if isinstance(n, str)] if isinstance(notes, list) else []
     names = [k for k in order if isinstance(k, str)] if isinstance(order, list) else []
     if sorted(names) == sorted(tensors):
         tensors = {key: tensors[key] for key in names}
-    source = metadata.get("sha256")
+    source = contents.get("sha256")
     return assemble(
         tensors,
         config,

@@ -53,13 +53,25 @@ def _head_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _example_by_example(function: Any, examples: Tensor, out: Tensor) -> Tensor:
+    """Fill `out` one example at a time: on the CPU, too, none may depend on the batch.
+
+    Matrix products and convolutions sum in another order for another batch size, and for another
+    alignment, hence the copies. It is no slower: one example fits the caches.
+    """
+    for i in range(out.shape[0]):
+        out[i] = function(examples[i : i + 1].clone())[0]
+    return out
+
+
 def _stem(
     sequence: Tensor, weight: Tensor, bias: Tensor, out_dtype: torch.dtype, math: str
 ) -> Tensor:
     checks.check_stem(sequence, weight, bias, math)
     if sequence.is_cuda:
         return gpu.stem(sequence, weight, bias, out_dtype, math)
-    return plain.stem(sequence, weight, bias, out_dtype)
+    out = _stem_fake(sequence, weight, bias, out_dtype, math)
+    return _example_by_example(lambda one: plain.stem(one, weight, bias, out_dtype), sequence, out)
 
 
 def _block(
@@ -75,7 +87,11 @@ def _block(
     checks.check_block(x, conv_weight, w1, w2, dilation, math)
     if x.is_cuda:
         return gpu.block(x, conv_weight, w1, w2, dilation, residual_scale, epsilon, math)
-    return plain.block(x, conv_weight, w1, w2, dilation, residual_scale, epsilon).contiguous()
+    return _example_by_example(
+        lambda one: plain.block(one, conv_weight, w1, w2, dilation, residual_scale, epsilon),
+        x,
+        x.new_empty(x.shape),
+    )
 
 
 def _head(
@@ -97,10 +113,14 @@ def _head(
     checks.check_window(x.shape[1], *windows)
     if x.is_cuda:
         profile, counts = gpu.head(*tensors, *windows, math)
-    else:
-        profile, counts = plain.head(*tensors, *windows)
-    kind = _head_dtype(x)
-    return profile.to(kind).contiguous(), counts.to(kind).contiguous()
+        kind = _head_dtype(x)
+        return profile.to(kind).contiguous(), counts.to(kind).contiguous()
+    profile, counts = _head_fake(*tensors, *windows, math)
+    for i in range(x.shape[0]):
+        one = None if control is None else control[i : i + 1].clone()
+        found = plain.head(x[i : i + 1].clone(), one, *tensors[2:], *windows)
+        profile[i], counts[i] = found[0][0], found[1][0]
+    return profile, counts
 
 
 def _gradients(
