@@ -16,9 +16,6 @@ from cheri_export.ops import plain
 
 Tensor = torch.Tensor
 
-STATISTICS = "_cheri_statistics"
-"""Attribute of a block's output: its examples' mean and 1 / std, float32 (N,) each."""
-
 _OLDEST = (8, 0)
 _STREAMS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -83,12 +80,9 @@ def block(
     launch = _kernels(x, x.shape[2]) if x.dtype in _STREAMS else None
     if launch is None:
         return plain.block(x, conv_weight, w1, w2, dilation, residual_scale, epsilon)
-    out: Tensor
-    out, mean, rstd = launch.block_forward(
-        x, conv_weight, w1, w2, dilation, residual_scale, epsilon, math, save_stats=True
-    )
-    # Read by the op's autograd setup, which gets this very object; 8 bytes an example.
-    setattr(out, STATISTICS, (mean, rstd))
+    out: Tensor = launch.block_forward(
+        x, conv_weight, w1, w2, dilation, residual_scale, epsilon, math
+    )[0]
     return out
 
 
@@ -102,20 +96,17 @@ def block_backward(
     residual_scale: float,
     epsilon: float,
     math: str,
-    mean: Tensor | None,
-    rstd: Tensor | None,
     needs_weights: bool,
 ) -> tuple[Tensor | None, ...] | None:
     """Gradients of the block on CUDA, or None where plain torch has to give them.
 
-    The statistics are the forward's where it ran eagerly; in a compiled graph they are recomputed
-    from x.
+    The statistics are recomputed from x: a forward that stores them takes 15 % longer (46 us of 287
+    at N=512, L=1024, C=128, bf16 on an H200), and the recomputation costs no more.
     """
     launch = _kernels(x, x.shape[2]) if x.dtype in _STREAMS else None
     if launch is None:
         return None
-    if mean is None or rstd is None:
-        mean, rstd = launch.block_statistics(x, conv_weight, dilation, epsilon, math, w1.shape[0])
+    mean, rstd = launch.block_statistics(x, conv_weight, dilation, epsilon, math, w1.shape[0])
     found: tuple[Tensor | None, ...] = launch.block_backward(
         grad, x, conv_weight, w1, w2, mean, rstd, dilation, residual_scale, math, needs_weights
     )

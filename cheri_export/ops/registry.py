@@ -35,8 +35,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "block_backward(Tensor grad, Tensor x, Tensor conv_weight, Tensor w1, Tensor w2, int dilation, "
-    "float residual_scale, float epsilon, str math, Tensor? mean, Tensor? rstd, bool[] wanted) "
-    "-> Tensor[]"
+    "float residual_scale, float epsilon, str math, bool[] wanted) -> Tensor[]"
 )
 _LIBRARY.define(
     "head_backward(Tensor grad_profile, Tensor grad_counts, Tensor x, Tensor? control, "
@@ -155,6 +154,17 @@ def _gradients(
     ]
 
 
+def _repeatable_cudnn() -> Any:
+    """Gradients of the two convolutions without atomics, and without TF32.
+
+    By default cuDNN may sum a weight's gradient in another order at every call (seen on an H200).
+    """
+    enabled = torch.backends.cudnn.enabled
+    return torch.backends.cudnn.flags(
+        enabled=enabled, benchmark=False, deterministic=True, allow_tf32=False
+    )
+
+
 def _stem_backward(
     grad: Tensor,
     sequence: Tensor,
@@ -166,7 +176,8 @@ def _stem_backward(
     def run(sequence: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return plain.stem(sequence, weight, bias, out_dtype)
 
-    return _gradients(run, (sequence, weight, bias), wanted, (grad,))
+    with _repeatable_cudnn():
+        return _gradients(run, (sequence, weight, bias), wanted, (grad,))
 
 
 def _block_backward(
@@ -179,14 +190,12 @@ def _block_backward(
     residual_scale: float,
     epsilon: float,
     math: str,
-    mean: Tensor | None,
-    rstd: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
     tensors = (x, conv_weight, w1, w2)
     if x.is_cuda:
         found = gpu.block_backward(
-            grad, *tensors, dilation, residual_scale, epsilon, math, mean, rstd, any(wanted[1:])
+            grad, *tensors, dilation, residual_scale, epsilon, math, any(wanted[1:])
         )
         if found is not None:
             return [
@@ -216,7 +225,8 @@ def _head_backward(
         return plain.head(*tensors, *windows)
 
     tensors = (x, control, profile_weight, profile_bias, count_weight, count_bias)
-    return _gradients(run, tensors, wanted, (grad_profile, grad_counts))
+    with _repeatable_cudnn():
+        return _gradients(run, tensors, wanted, (grad_profile, grad_counts))
 
 
 for _key in ("CPU", "CUDA"):
@@ -306,8 +316,6 @@ def _block_backward_fake(
     residual_scale: float,
     epsilon: float,
     math: str,
-    mean: Tensor | None,
-    rstd: Tensor | None,
     wanted: list[bool],
 ) -> list[Tensor]:
     return _fake_gradients((x, conv_weight, w1, w2), wanted)
@@ -346,15 +354,13 @@ def _stem_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 def _block_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    statistics = getattr(output, gpu.STATISTICS, (None, None))
-    ctx.save_for_backward(*inputs[:4], *statistics)
+    ctx.save_for_backward(*inputs[:4])
     ctx.constants = inputs[4:]
 
 
 def _block_autograd(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     wanted = list(ctx.needs_input_grad[:4])
-    *tensors, mean, rstd = ctx.saved_tensors
-    found = torch.ops.cheri.block_backward(grad, *tensors, *ctx.constants, mean, rstd, wanted)
+    found = torch.ops.cheri.block_backward(grad, *ctx.saved_tensors, *ctx.constants, wanted)
     return (*_kept(found, wanted), None, None, None, None)
 
 
