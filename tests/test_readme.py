@@ -92,6 +92,15 @@ def test_own_module_exports_with_the_translation_table(workplace):
 
 
 @pytest.mark.slow
+def test_train_tiny_learns_and_exports(workplace):
+    out = run(f"python {ROOT}/examples/train_tiny.py tiny --steps 60", workplace)
+    first, last = map(float, re.search(r"loss (\S+) -> (\S+);", out).groups())
+    assert last < first
+    assert "matches the exact calculation" in out
+    assert (workplace / "tiny.cheri/model.onnx").is_file()
+
+
+@pytest.mark.slow
 def test_main_command_works_in_a_fresh_clone(tmp_path):
     """Installs everything anew, as a newcomer's machine would."""
     clone = tmp_path / "clone"
