@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "AccuracyError": "cheri_export.errors",
     "CheriError": "cheri_export.errors",
     "CheriBlock": "cheri_export.modules",
     "Cherimoya": "cheri_export.modules",
@@ -35,7 +34,7 @@ __all__ = ["__version__", *sorted(_PUBLIC)]
 if TYPE_CHECKING:
     from cheri_export.attribution import attribution_ops
     from cheri_export.checkpoint import Checkpoint, read_checkpoint
-    from cheri_export.errors import AccuracyError, CheriError
+    from cheri_export.errors import CheriError
     from cheri_export.loading import from_cherimoya, load
     from cheri_export.modules import CheriBlock, Cherimoya
     from cheri_export.onnx_model import export_onnx, finish_onnx, translation_table

@@ -231,12 +231,11 @@ def _print(text: str, problem: str) -> None:
     """Print a result; a reader that has left is no error, a full disk is."""
     try:
         click.echo(text)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError) as error:
         # Or Python's own last flush would fail once more, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise OutputError(f"{problem} ({error})") from error
+        if not isinstance(error, BrokenPipeError):
+            raise OutputError(f"{problem} ({error})") from error
 
 
 def _print_error(text: str) -> None:

@@ -25,7 +25,3 @@ class OutputError(CheriError):
 
 class EnvironmentProblem(CheriError):
     """A library, a device or a version that the step needs is missing."""
-
-
-class AccuracyError(CheriError):
-    """The exported model is further from the reference than its tier allows (exit code 1)."""

@@ -56,7 +56,7 @@ def _example_by_example(function: Any, examples: Tensor, out: Tensor) -> Tensor:
     """Fill `out` one example at a time: on the CPU, too, none may depend on the batch.
 
     Matrix products and convolutions sum in another order for another batch size, and for another
-    alignment, hence the copies. It is no slower: one example fits the caches.
+    alignment, hence the copies.
     """
     for i in range(out.shape[0]):
         out[i] = function(examples[i : i + 1].clone())[0]
